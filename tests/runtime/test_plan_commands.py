@@ -278,3 +278,14 @@ def test_limits_are_given_on_the_command_line(tmp_path: Path) -> None:
     refused(isthmus("plan", job, "--objective", "cost", "--max-step", "1 ns"), 3, "max_step", "the fastest takes")
     refused(isthmus("plan", job, "--objective", "cost", "--max-step", "soon"), 2, "--max-step", "soon")
     refused(isthmus("plan", job, "--max-price", "0"), 2, "--max-price", "got 0")
+
+
+def test_four_simulated_steps_that_overlap_state_the_step_that_their_plan_does(tmp_path: Path) -> None:
+    """Of four steps alone the slope is a few percent off, even below what the slowest device computes."""
+    job = edited(write_job(tmp_path, fleet="three-sites"), ("[model]", 'schedule = "delayed"\n\n[model]'))
+    planned, document = isthmus("plan", job, "--json"), tmp_path / "plan.json"
+    document.write_text(planned.out)
+    stated_s = json.loads(planned.out)["predicted"]["steady_s"]
+    for more in ((), ("--plan", document)):
+        simulated = isthmus("simulate", job, *more, "--json")
+        assert json.loads(simulated.out)["step_s"] == pytest.approx(stated_s, rel=2e-3), simulated.err

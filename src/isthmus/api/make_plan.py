@@ -195,7 +195,9 @@ def make(
     """
 
     simulated_in = partial(simulated_step_s, job, problem.fleet, problem.flow.graph.count is not None)
-    simulated_s = partial(simulated_in, SCORED_STEPS)
+
+    def simulated_s(plan: Plan) -> float:
+        return simulated_in(stated_steps(plan) if plan.overlaps else SCORED_STEPS, plan)
 
     def planned(cut: Problem) -> Plan:
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
@@ -207,8 +209,7 @@ def make(
 
 def stated_steps(plan: Plan) -> int:
     """Simulated steps, beside a period of averaging, of a plan whose step is stated."""
-    overlaps = any(replica.schedule.name == "delayed" for replica in plan.replicas)
-    return OVERLAPPING_STEPS if overlaps and _is_simulated(plan, OVERLAPPING_STEPS) else SIMULATED_STEPS
+    return OVERLAPPING_STEPS if plan.overlaps and _is_simulated(plan, OVERLAPPING_STEPS) else SIMULATED_STEPS
 
 
 def _is_simulated(plan: Plan, steps: int) -> bool:
@@ -412,6 +413,7 @@ class Simulated(Forecast, frozen=True):
     """The steps of one plan."""
 
     trace: Trace  # pyright: ignore[reportIncompatibleMethodOverride]
+    step_s: float  # of a steady step
     plan: Plan
     fleet: Fleet
     graph: OpGraph | None  # None of a plan that was given: the model is not captured for it
@@ -420,7 +422,7 @@ class Simulated(Forecast, frozen=True):
         """Return the summary for JSON: seconds of a step by simulator and formulas, devices' shares, links' bytes."""
         predicted = self.plan.predicted
         return {
-            "step_s": steady_step_s(self.trace, undisturbed=True),
+            "step_s": self.step_s,
             "closed_form_s": predicted.step_s,
             "eq3_s": predicted.eq3_step_s,
             "busy_share": busy_share(self.trace),
@@ -435,7 +437,7 @@ class Simulated(Forecast, frozen=True):
         """In words: a step's time, and how much of it each device computes."""
         predicted = self.plan.predicted
         return [
-            f"simulated step {format_duration(steady_step_s(self.trace, undisturbed=True))}",
+            f"simulated step {format_duration(self.step_s)}",
             f"by the formula {format_duration(predicted.step_s)}",
             f"by FusionLLM's Eq. 3 {format_duration(predicted.eq3_step_s)}: with the latency of every micro-batch",
             *(f"  {device}: computing {share:.0%}" for device, share in busy_share(self.trace).items()),
@@ -447,14 +449,23 @@ def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None
     fleet = fleet_for(job)
     if document is not None:  # a plan says all that the virtual clock needs: the model is not captured
         plan = read_plan(job, fleet, document)
-        options = SimulationOptions(clips=job.training.exchanges_norms)
+        options = SimulationOptions(clips=job.training.exchanges_norms, header_bytes=HEADER_BYTES)
         trace = simulate_plan(plan, fleet, plan_spec(job, plan), options)
-        return Simulated(trace, with_steady(plan, steady_step_s(trace, undisturbed=True)), fleet, None)
+        step_s = _steady_in(trace, plan, fleet, options)
+        return Simulated(trace, step_s, with_steady(plan, step_s), fleet, None)
     prepared = prepare(job)
     plan = searched(observer, stop, lambda: make(prepared.job, prepared.problem(fleet)))
     spec = run_spec(prepared.cut_into(plan.micro_batches))
-    trace = simulate_plan(plan, fleet, spec, simulation_options(prepared, plan))
-    return Simulated(trace, plan, fleet, prepared.captured.train)
+    options = simulation_options(prepared, plan)
+    trace = simulate_plan(plan, fleet, spec, options)
+    return Simulated(trace, _steady_in(trace, plan, fleet, options), plan, fleet, prepared.captured.train)
+
+
+def _steady_in(trace: Trace, plan: Plan, fleet: Fleet, options: SimulationOptions) -> float:
+    """Seconds of a steady step of the trace; where steps overlap, and settle late, of more steps."""
+    if plan.overlaps and _is_simulated(plan, OVERLAPPING_STEPS):
+        return step_in_simulation(plan, fleet, OVERLAPPING_STEPS, options)
+    return steady_step_s(trace, undisturbed=True)
 
 
 CHECK_S = 20.0  # for the bound: what takes longer was not checked

@@ -10,6 +10,7 @@ First axis: the candidate. A candidate has stages s on devices, and n micro-batc
     held[s]      floor((memory - fixed) / each): micro-batches in flight
     period       max(busy, trip[s] / held[s] of the stages that hold fewer than n)
     step         fill + (n - 1) * period + shared parameters, once
+                 two steps under way at once (`delayed`): max(n * period, (longest trip + (n - 1) * busy + shared) / 2)
     price        step * rate of the devices + bytes * egress
 
 Latency is in `fill` but not in `busy`: enough micro-batches in flight hide it. Too few throttle: a stage that holds k
@@ -26,10 +27,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.plans.schedule import STEPS_AT_ONCE
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Seconds = TypeVar("Seconds", float, Floats)
+AT_ONCE = STEPS_AT_ONCE["delayed"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,11 @@ class MessageTimes:
 def step_s(fill_s: Seconds, period_s: Seconds, micro_batches: int) -> Seconds:
     """fill + (n - 1) * period."""
     return fill_s + (micro_batches - 1) * period_s
+
+
+def overlapping_step_s(trip_s: Floats, busy_s: Floats, period_s: Floats, micro_batches: int) -> Floats:
+    """[candidates]: a step of `delayed`, where `trip_s` is the longest round trip and shared parameters."""
+    return np.maximum(micro_batches * period_s, step_s(trip_s, busy_s, micro_batches) / AT_ONCE)
 
 
 def price(step_s: Seconds, rate: Seconds, egress: Seconds) -> Seconds:

@@ -6,7 +6,7 @@ A step only gets longer with the pipeline's share m of the micro-batches, so how
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from isthmus.cost.kernel import Bools, Floats, Ints, MessageTimes
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.problem import Problem
 from isthmus.cost.steady import StageTasks
+from isthmus.plans.schedule import STEPS_AT_ONCE
 
 ROUNDING = 1e-12  # relative: so much later is still in time
 
@@ -39,7 +40,7 @@ class Pipelines:
         return np.flatnonzero(self.held.min(axis=1) >= 1)
 
     def __getitem__(self, rows: Ints) -> Pipelines:
-        return Pipelines(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def step_s(self, micro_batches: int) -> Floats:
         """[pipelines]: seconds of a step with so many micro-batches; infinite where they do not fit."""
@@ -51,12 +52,16 @@ class Pipelines:
         period_s = kernel.period_s(self.busy_s, self.round_trip_s, self.held, micro_batches)
         return kernel.step_s(self.fill_s, period_s, micro_batches)
 
+    def at_least_s(self, micro_batches: int) -> Floats:
+        """[pipelines]: the same if memory throttled none."""
+        return kernel.step_s(self.fill_s, self.busy_s, micro_batches)
+
     def put(self, rows: Ints, other: Pipelines) -> Pipelines:
         """With these rows replaced."""
         made = {field.name: getattr(self, field.name).copy() for field in fields(self)}
         for name, values in made.items():
             values[rows] = getattr(other, name)
-        return Pipelines(**made)
+        return replace(self, **made)
 
     def counts(self, rows: Ints, time_s: Floats, most: int) -> Ints:
         """Micro-batches up to `most` that each of these pipelines ends within its time."""
@@ -77,6 +82,35 @@ class Pipelines:
         in_time = 1 + np.floor(spare_s[:, None] * held / np.maximum(round_trip_s, 1e-300))
         # Up to `held` a stage throttles nothing; beyond, no more than are in time.
         return np.minimum(high, np.maximum(held, in_time).min(axis=1))
+
+
+@dataclass(frozen=True)
+class OverlappingPipelines(Pipelines):
+    """Pipelines with two steps under way at once (`delayed`). Their `fill_s` is the longest round trip, and shared
+    parameters."""
+
+    def at_most_s(self, micro_batches: int) -> Floats:
+        most = kernel.AT_ONCE * micro_batches
+        period_s = kernel.period_s(self.busy_s, self.round_trip_s, self.held, most)
+        return kernel.overlapping_step_s(self.fill_s, self.busy_s, period_s, micro_batches)
+
+    def at_least_s(self, micro_batches: int) -> Floats:
+        return kernel.overlapping_step_s(self.fill_s, self.busy_s, self.busy_s, micro_batches)
+
+    def counts(self, rows: Ints, time_s: Floats, most: int) -> Ints:
+        time_s = time_s * (1 + ROUNDING)
+        busy_s, held = np.maximum(self.busy_s[rows], 1e-300), self.held[rows]
+        spare_s = kernel.AT_ONCE * time_s - self.fill_s[rows]
+        in_time = np.where(spare_s >= 0, 1 + np.floor(np.minimum(spare_s / busy_s, most)), 0.0)
+        in_time = np.minimum(in_time, np.floor(np.minimum(np.maximum(time_s, 0) / busy_s, most)))
+        # Up to half of `held` a stage throttles nothing.
+        throttled = np.floor(time_s[:, None] * held / np.maximum(self.round_trip_s[rows], 1e-300))
+        return np.minimum(in_time, np.maximum(held // kernel.AT_ONCE, throttled).min(axis=1)).astype(np.int64)
+
+
+def most_in_flight(problem: Problem) -> int:
+    """Return the micro-batches of all steps that may be under way at once."""
+    return STEPS_AT_ONCE.get(problem.schedule, 1) * problem.micro_batches
 
 
 @dataclass(frozen=True)
@@ -124,13 +158,16 @@ def timed(
     forward_s = table.forward_work[cuts] / speed
     backward_s = table.backward_work[cuts] / speed + again * forward_s
     held = held_at_most(problem, network, trials, again)
-    throttled = problem.schedule != "gpipe" and bool((held < problem.micro_batches).any())
-    return Pipelines(
+    overlap = problem.schedule == "delayed"
+    throttled = overlap or (problem.schedule != "gpipe" and bool((held < problem.micro_batches).any()))
+    trips_s = kernel.round_trips_s(forward_s, backward_s, sent.messages) if throttled else np.zeros(order.shape)
+    alone_s = trips_s.max(axis=1) if overlap else kernel.fill_s(forward_s, backward_s, sent.messages)
+    return (OverlappingPipelines if overlap else Pipelines)(
         order=order,
         ends=table.ends[cuts],
-        fill_s=kernel.fill_s(forward_s, backward_s, sent.messages) + sent.shared_s,
+        fill_s=alone_s + sent.shared_s,
         busy_s=kernel.busiest_s(order, forward_s + backward_s, sent.messages, sent.uplinks_s),
-        round_trip_s=kernel.round_trips_s(forward_s, backward_s, sent.messages) if throttled else np.zeros(order.shape),
+        round_trip_s=trips_s,
         held=held,
         most=held.min(axis=1) if problem.schedule == "gpipe" else np.full(len(order), np.inf),
         rate=rate_of(network, order),
@@ -159,9 +196,8 @@ def stage_tasks(
 
 def joined(several: Sequence[Pipelines]) -> Pipelines:
     """All of them, of equally many stages."""
-    return Pipelines(
-        **{field.name: np.concatenate([getattr(p, field.name) for p in several]) for field in fields(Pipelines)}
-    )
+    found = {field.name: np.concatenate([getattr(p, field.name) for p in several]) for field in fields(Pipelines)}
+    return replace(several[0], **found)
 
 
 def held_at_most(problem: Problem, network: FleetNetwork, trials: Trials, again: Bools) -> Floats:
@@ -170,7 +206,7 @@ def held_at_most(problem: Problem, network: FleetNetwork, trials: Trials, again:
     saved = table.saved_bytes[cuts]
     free = network.memory[trials.order] - table.fixed_bytes[cuts] - again * saved
     each = np.where(again, table.column_bytes[cuts], saved) + table.received_bytes[cuts]
-    return kernel.held(free, each, float(problem.micro_batches))
+    return kernel.held(free, each, float(most_in_flight(problem)))
 
 
 def _messages(network: FleetNetwork, trials: Trials) -> Iterator[MessageTimes]:

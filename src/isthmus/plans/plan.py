@@ -338,6 +338,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(worker for worker in found if worker is not None)
 
     @property
+    def overlaps(self) -> bool:
+        """Return whether a step begins while the one before is under way."""
+        return any(replica.schedule.name in STEPS_AT_ONCE for replica in self.replicas)
+
+    @property
     def period(self) -> int:
         """Steps after which the times of steps repeat: of averages, or of steps that overlap."""
         return max([self.sync.period, *(STEPS_AT_ONCE.get(r.schedule.name, 1) for r in self.replicas)])

@@ -9,7 +9,6 @@ starts for a descent over whole plans (`descent`), by time or money. What is fou
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -26,13 +25,12 @@ from isthmus.planners.observer import keep, part
 from isthmus.planners.placement.on_fleet import random
 from isthmus.planners.search.exhaustive import exhaustive_plan, settles
 from isthmus.planners.search.improvement import (
-    LEAST_SCORED,
     Score,
     by_score,
     by_steady_step,
     descended,
     judged,
-    of_each_cut,
+    to_score,
 )
 from isthmus.planners.search.one_pipeline import chain, fed, unpriced
 from isthmus.planners.search.prune_fleet import pruned_fleet
@@ -41,9 +39,6 @@ from isthmus.planners.search.steady_descent import is_steady
 from isthmus.planners.surrogates import over_surrogates, plans_of_surrogates, rebuilt, recombined
 from isthmus.plans import Plan
 
-MOST_SCORED, MOST_TASKS_SCORED = 32, 20_000
-"""Plans that the scorer judges, and forwards in all of them, which bounds its time to about a second. The closed form
-may be far off where stages share parameters: of 21 fleets with a tied model the best was the 11th, 20th and 22nd."""
 MOST_WHOLE = 256  # devices up to which `op_fence` is asked for a plan of all of them
 OTHERS = (even, equal_compute, sky_heuristic, op_fence, random)
 
@@ -109,7 +104,7 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
     if score is not None and is_steady(problem):
         plans = by_score(problem, network, by_steady_step(problem, network, plans, "auto"), "auto", score)
     elif score is not None:
-        plans = judged(problem, _to_score(plans), score)
+        plans = judged(problem, to_score(plans), score)
     return [_named(problem, plans[0], problem.fleet.names), *plans[1:]]
 
 
@@ -138,14 +133,6 @@ def _extremes(problem: Problem) -> Iterator[Plan]:
     for other in (problem.unlimited("time"), problem.unlimited("cost")):
         with contextlib.suppress(FleetTooSmall):
             yield msgspec.structs.replace(auto(other), constraints=problem.constraints)
-
-
-def _to_score(plans: Sequence[Plan]) -> list[Plan]:
-    """The best of each cut, best first: plans that differ in a codec or a share alone take about the same time."""
-    found = of_each_cut(plans)
-    tasks = itertools.accumulate(sum(len(r.stages) * r.micro_batches for r in plan.replicas) for plan in found)
-    affordable = sum(total <= MOST_TASKS_SCORED for total in tasks)
-    return found[: min(MOST_SCORED, max(LEAST_SCORED, affordable))]
 
 
 def _best_s(plans: Sequence[Plan]) -> float:

@@ -22,7 +22,7 @@ from isthmus.cost.blocks import Blocks
 from isthmus.cost.cut_table import RunTable, cut_table, run_table
 from isthmus.cost.kernel import Bools, Floats, Ints
 from isthmus.cost.network import FleetNetwork
-from isthmus.cost.pipelines import Trials
+from isthmus.cost.pipelines import Trials, most_in_flight
 from isthmus.planners.observer import looked_at
 from isthmus.planners.search.descent import Stages, likely_choice
 from isthmus.planners.search.fixed_placement import Order
@@ -56,7 +56,7 @@ def cut_orders(problem: Problem, network: FleetNetwork, blocks: Blocks, orders: 
 
 def _gains(problem: Problem, network: FleetNetwork, table: RunTable) -> bool:
     """Return whether stages that recompute may gain: some device does not hold the model and all micro-batches."""
-    most = table.fixed_bytes[0, -1] + problem.micro_batches * table.each_bytes[0, -1]
+    most = table.fixed_bytes[0, -1] + most_in_flight(problem) * table.each_bytes[0, -1]
     return problem.recompute and bool(most > network.memory.min())
 
 
@@ -149,7 +149,7 @@ class _Orders:
 
     def _fits(self, s: int, rows: slice, trip_s: Floats, limits_s: Floats) -> Bools:
         """[orders, limits, starts, ends]: whether memory holds the micro-batches that hide the round trip."""
-        count, table = self.problem.micro_batches, self.table
+        count, table = most_in_flight(self.problem), self.table
         room = self.network.memory[self.orders[:, s]][:, None, None, None]
         fixed, each = table.fixed_bytes[rows], table.each_bytes[rows]
         if (fixed + count * each).max() <= room.min():

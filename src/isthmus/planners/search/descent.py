@@ -35,7 +35,7 @@ from isthmus.cost.blocks import Blocks, coarse
 from isthmus.cost.cut_table import cut_table
 from isthmus.cost.kernel import Bools, Floats, Ints
 from isthmus.cost.network import FleetNetwork
-from isthmus.cost.pipelines import Pipelines, Sent, Trials, joined, timed
+from isthmus.cost.pipelines import Pipelines, Sent, Trials, joined, most_in_flight, timed
 from isthmus.planners.observer import looked_at, stopped
 from isthmus.planners.search.fixed_placement import fixed_placement_of
 from isthmus.planners.search.local_search import TOLERANCE
@@ -312,11 +312,11 @@ def every_choice(
     every set of its stages that may gain."""
     plain = timed(problem, network, trials)
     # A stage that recomputes only adds to it.
-    rows = np.flatnonzero(kernel.step_s(plain.fill_s, plain.busy_s, micro_batches) < known_s)
+    rows = np.flatnonzero(plain.at_least_s(micro_batches) < known_s)
     plain, trials = plain[rows], trials[rows]
     pipelines = joined([plain, *_others(problem, network, trials, plain)])
     pipelines = pipelines[pipelines.fitting()]
-    return pipelines[np.flatnonzero(kernel.step_s(pipelines.fill_s, pipelines.busy_s, micro_batches) < known_s)]
+    return pipelines[np.flatnonzero(pipelines.at_least_s(micro_batches) < known_s)]
 
 
 def likely_choice(problem: Problem, network: FleetNetwork, trials: Trials, micro_batches: int) -> Pipelines:
@@ -326,7 +326,7 @@ def likely_choice(problem: Problem, network: FleetNetwork, trials: Trials, micro
     plain = timed(problem, network, trials, sent=sent)
     hindered = _hindered(problem, plain) if problem.recompute else np.zeros(len(trials.order), dtype=bool)
     best, best_s = plain, plain.step_s(micro_batches)
-    for stages in (throttling(plain), plain.held < problem.micro_batches) if hindered.any() else ():
+    for stages in (throttling(plain), plain.held < most_in_flight(problem)) if hindered.any() else ():
         chosen = stages & hindered[:, None]
         if chosen.any():
             other = timed(problem, network, trials, chosen, sent)
@@ -340,7 +340,7 @@ def likely_choice(problem: Problem, network: FleetNetwork, trials: Trials, micro
 def _others(problem: Problem, network: FleetNetwork, trials: Trials, plain: Pipelines) -> Iterator[Pipelines]:
     if not problem.recompute:
         return
-    short, hindered = plain.held < problem.micro_batches, _hindered(problem, plain)
+    short, hindered = plain.held < most_in_flight(problem), _hindered(problem, plain)
     stages = range(short.shape[1])
     for size in range(1, len(stages) + 1):
         for chosen in itertools.combinations(stages, size):

@@ -127,7 +127,7 @@ def exhaustive_pipeline(
 def _undercut(problem: Problem, p: Pipelines, *, throttled: bool) -> Floats:
     """[pipelines] seconds or money that no plan of these undercuts: what shared parameters cost to send is left out."""
     count = problem.micro_batches
-    step_s = p.step_s(count) if throttled else kernel.step_s(p.fill_s, p.busy_s, count)
+    step_s = p.step_s(count) if throttled else p.at_least_s(count)
     if problem.constraints.objective == "time":
         return step_s
     rate = np.where(np.isfinite(step_s), p.rate, 1.0)  # what does not fit costs no 0
@@ -170,7 +170,8 @@ def _computed_in(problem: Problem, network: FleetNetwork, trials: Trials, known_
     """Rows whose stages hold one micro-batch, and whose closed form without links is below `known_s`."""
     table, cuts, speed = trials.table, trials.cuts, network.speed[trials.order]
     compute_s = (table.forward_work[cuts] + table.backward_work[cuts]) / speed
-    least_s = kernel.step_s(compute_s.sum(axis=1), compute_s.max(axis=1), problem.micro_batches)
+    alone_s = compute_s.max(axis=1) if problem.schedule == "delayed" else compute_s.sum(axis=1)
+    least_s = kernel.step_s(alone_s, compute_s.max(axis=1), problem.micro_batches)
     need = table.fixed_bytes[cuts] + table.saved_bytes[cuts] + table.received_bytes[cuts]
     fits = (need <= network.memory[trials.order]).all(axis=1)
     return np.flatnonzero(fits & (least_s < known_s))

@@ -45,7 +45,7 @@ from isthmus.planners.search.cuts import cut_orders
 from isthmus.planners.search.descent import Descent, Stages, neighbours, places
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.greedy_fill import greedy_fill
-from isthmus.planners.search.improvement import Score, by_score, by_steady_step, descended
+from isthmus.planners.search.improvement import Score, by_score, by_steady_step, descended, judged, to_score
 from isthmus.planners.search.local_search import TOLERANCE, first_improvement
 from isthmus.planners.search.orders import promising_orders
 from isthmus.planners.search.prune_fleet import pruned_fleet
@@ -66,6 +66,8 @@ def chain(problem: Problem, score: Score | None = None) -> Plan:
     if problem.constraints.copied:
         return fed(problem)
     money = problem.constraints.objective == "cost" or problem.constraints.limited
+    if not money and score is not None and problem.schedule == "delayed":
+        return _noted(problem, judged(problem, to_score([*_without_drain(problem), *pipelines(problem)]), score)[0])
     if money or score is None or not is_steady(problem):
         return cheapest(problem) if money else fastest(problem)
     near = pruned_fleet(problem, network_of(problem), Blocks(problem))
@@ -78,6 +80,15 @@ def fastest(problem: Problem, *, thorough: bool = True) -> Plan:
     """The fastest pipeline by the formula, whatever the problem's objective. Raises FleetTooSmall as `pipelines`."""
     problem = problem.timed()
     return _noted(problem, pipelines(problem, thorough=thorough)[0])
+
+
+def _without_drain(problem: Problem) -> Iterator[Plan]:
+    """Yield the fast pipelines of `1f1b`: steps of `delayed` hinder each other less where a step alone is short, which
+    its formula does not count."""
+    with contextlib.suppress(FleetTooSmall):
+        for plan in pipelines(replace(problem, schedule="1f1b")):
+            free = [layout._replace(recompute=None) for layout in layouts_of(plan)]
+            yield keep(build_replicas(problem, free, planner="chain"))
 
 
 def pipelines(problem: Problem, *, thorough: bool = True) -> list[Plan]:
