@@ -1,9 +1,11 @@
-"""Planning problems by the size of their fleets: those of `benchmarks/auto`, and regions of devices that are alike."""
+"""Planning problems by the size of their fleets: those of `benchmarks/auto`, and regions of devices that are alike;
+captured models on the former."""
 
 from __future__ import annotations
 
 import random
 
+from captured import captured, with_model
 from cases import case_of
 
 from isthmus.cost import Problem, parameter_state
@@ -11,11 +13,16 @@ from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.graph import Flow
 from models import KINDS, model
 
+CAPTURED = 1000  # the first seed of captured models
+MODELS = ("gpt", "tied gpt", "llama", "tied llama", "unet", "resnet", "towers")
+
 
 def sized_problem(seed: int, low: int, high: int) -> Problem:
-    """Every third is of alike devices."""
+    """Every third is of alike devices, but for captured models."""
     source = random.Random(f"bounds {seed} {low} {high}")
     devices = source.randint(low, high)
+    if seed >= CAPTURED:
+        return with_model(case_of(source, devices, 16, f"captured-{seed}"), captured(MODELS[seed % len(MODELS)]))
     if seed % 3 == 2:
         return _alike(source, devices, f"alike-{seed}")
     units = source.choice((5, 8, 10)) if high <= 6 else source.choice((8, 16, 32))

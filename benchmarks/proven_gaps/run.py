@@ -1,6 +1,6 @@
 """Proven gaps: how far the plans of `auto` are above what is proven of any plan, by the size of the fleet.
 
-`python benchmarks/proven_gaps/run.py [--quick] [--problems N] [--seconds S] [--most N] [--json PATH]`
+`python benchmarks/proven_gaps/run.py [--quick] [--problems N] [--seconds S] [--most N] [--captured] [--json PATH]`
 
 Random problems of two generators, each planned, its bound raised for so many seconds of one processor, and checked
 again. Two fleets in three are those of `benchmarks/auto`; the others are regions of devices that are alike
@@ -25,7 +25,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 
-from fleets import sized_problem
+from fleets import CAPTURED, sized_problem
 
 from harness import machine, options_of, write_figures
 from isthmus.api.make_plan import PROVING_WORK, certificate_of, question_of
@@ -132,7 +132,7 @@ def table(found: Report) -> Table:
 
 
 class Asked(NamedTuple):
-    problems: int
+    seeds: range
     seconds: float
     most: int | None
     """Problems that are looked at in this run."""
@@ -144,10 +144,12 @@ def asked_of(arguments: Sequence[str] | None = None) -> Asked:
     parser.add_argument("--problems", type=int, default=PROBLEMS, help="per size")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a processor, each proof")
     parser.add_argument("--most", type=int, default=None, help="new problems in this run; all")
+    parser.add_argument("--captured", action="store_true", help="captured models; goals 0, 2, 15 and 35 %%")
     options = parser.parse_args(arguments)
-    if options.quick:
-        return Asked(QUICK_PROBLEMS, QUICK_SECONDS, options.most, options.json)
-    return Asked(options.problems, options.seconds, options.most, options.json)
+    count, seconds = (QUICK_PROBLEMS, QUICK_SECONDS) if options.quick else (options.problems, options.seconds)
+    first = CAPTURED if options.captured else 0
+    path = LATEST.with_name("captured.json") if options.captured and options.json == LATEST else options.json
+    return Asked(range(first, first + count), seconds, options.most, path)
 
 
 def begun(path: Path, seconds: float) -> Report:
@@ -160,9 +162,9 @@ def begun(path: Path, seconds: float) -> Report:
 
 
 def main() -> int:
-    problems, seconds, most, path = asked_of()
+    seeds, seconds, most, path = asked_of()
     found = begun(path, seconds)
-    every = ((seed, size) for seed in range(problems) for size in SIZES)
+    every = ((seed, size) for seed in seeds for size in SIZES)
     for seed, size in itertools.islice((one for one in every if not found.has(*one)), most):
         one = row(seed, size, seconds)
         if one is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ from isthmus.verification import verify
 from isthmus.verification.decision import Decision
 from isthmus.verification.prefixes import Work
 from isthmus.verification.reading import GraphReading
+from isthmus.verification.stage_figures import StageFigures
 from isthmus.verification.stage_seconds import Relaxation
 
 FINE, ROUGH = Relaxation(64, 10**6), Relaxation(4, 3)
@@ -192,3 +194,20 @@ def test_a_bound_that_is_raised_for_a_time_says_how_far_it_is() -> None:
     made = with_bound(problem, msgspec.structs.replace(plan, predicted=steady), (4,), Proving(10.0, Listener()))
     assert made.certificate is not None and made.certificate.gap > 0
     assert said and all("above the best plan with one stage per device after" in text for text in said)
+
+
+@pytest.mark.parametrize("cells", [4, 64])
+def test_a_stage_works_in_no_less_memory_than_its_cells_say(cells: int) -> None:
+    source = random.Random(cells)
+    graph = random_graph(5, 12)
+    working = [msgspec.structs.replace(op, working_bytes=Affine(source.randrange(1000))) for op in graph.ops]
+    problem = problem_of(msgspec.structs.replace(graph, ops=tuple(working)), fleet_of([1, 1], 0))
+    reading = GraphReading(question_of(problem, (problem.micro_batches,)))
+    figures = StageFigures(reading, cells)
+    for begin, end in itertools.combinations(figures.edges, 2):
+        cell = [
+            next(k for k in range(figures.count) if figures.first[k] <= at <= figures.last[k]) for at in (begin, end)
+        ]
+        least, needed = figures.working[cell[0], cell[1]], max(reading.at_work[begin:end])
+        assert least == needed if cells == 64 else least <= needed
+    assert figures.working.max() > 0

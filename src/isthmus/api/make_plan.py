@@ -81,7 +81,7 @@ from isthmus.verification import (
 from isthmus.verification.question import FLOAT32_BYTES
 
 ROUNDING = 1e-7  # relative: a bound that is so close to a plan's step is attained
-PLANNING_WORK = 3e7  # entries of arrays that decisions may fill while planning; a second has two to four times 10^7
+PLANNING_WORK = 3e7  # entries of arrays that decisions may fill while planning: half a second of one processor
 PROVING_WORK = 1e11
 
 

@@ -20,7 +20,7 @@ from isthmus.verification.reading import GraphReading
 from isthmus.verification.stage_seconds import Relaxation
 
 RELAXATIONS = (Relaxation(12, 64), Relaxation(24, 300), Relaxation(40, 4_000), Relaxation(64, 70_000))
-MOST_WORK = 2e8  # entries of arrays of one decision; a second has two to four times 10^7
+MOST_WORK = 6e8  # entries of arrays of one decision; a second has two to five times 10^8
 MOST_DEVICES = 256  # beyond, work over all devices is the bound
 FINE, COARSE = 1.002, 1.02  # between what is proven and what is not, when a bisection ends; where a finer one follows
 ROUNDING = 1e-7  # relative: between a bound and the plan that attains it

@@ -127,6 +127,15 @@ class StageFigures:
         own = [v.elements * (state.master + state.optimizer) if v.trained else 0 for v in known]
         return self._used(uses, held) + self._used(uses, own, owned=True)
 
+    @cached_property
+    def working(self) -> Floats:
+        """Bytes of the operator that takes most while it runs."""
+        found = np.zeros((self.count, self.count))
+        for cell, begin in enumerate(self.last):
+            most = np.maximum.accumulate([0, *self.reading.at_work[begin:]])
+            found[cell] = most[np.maximum(self.first - begin, 0)]
+        return found
+
     def summed(self, parts: int) -> Floats:
         """Elements of parameters that such a stage updates, of those that have so many elements at least."""
         trained = [v for v in self.reading.variables if v.trained and v.elements >= parts]

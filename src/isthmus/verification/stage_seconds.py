@@ -86,10 +86,17 @@ class StageSeconds:
         messages_s = np.repeat(least_s[:, None], figures.count, axis=1)
         if self.labels_from is not None:
             messages_s[:, -1] = 0.0  # the last stage may be on the device of the first
-        each = np.where(figures.on_trunk, figures.work / self.classes.speed.max() + messages_s, 0.0)
+        each = np.where(figures.on_trunk, self._least_s + messages_s, 0.0)
         for cell in range(figures.count - 2, -1, -1):
             found[cell] = (each[cell, cell + 1 :] + found[cell + 1 :]).min()
         return found
+
+    @cached_property
+    def _least_s(self) -> Floats:
+        """[begin, end]: seconds of a micro-batch on the fastest class that has memory for such a stage."""
+        figures = self.figures
+        need = figures.state + figures.working + figures.received + figures.saved  # it may save them a second time only
+        return np.where(need <= self.classes.room[:, None, None], self.compute_s[0], NEVER).min(axis=0)
 
     @cached_property
     def compute_s(self) -> tuple[Floats, Floats]:
@@ -99,7 +106,7 @@ class StageSeconds:
 
     def needs(self, count: int) -> tuple[Floats, Floats]:
         """[class, begin, end]: seconds that a stage takes for so many micro-batches, without and with recomputing."""
-        figures, room = self.figures, self.classes.room[:, None, None]
+        figures, room = self.figures, self.classes.room[:, None, None] - self.figures.working
         kept = figures.received + figures.saved, figures.received + figures.columns
         found = list[Floats]()
         for compute_s, each, more in zip(self.compute_s, kept, (0.0, figures.saved), strict=True):
