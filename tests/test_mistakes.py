@@ -204,6 +204,7 @@ serve-model runs/small --port {port}                  | cannot listen on 127.0.0
 dashboard runs --port {port}                          | --port 0 takes a free one
 dashboard nothing                                     | nothing: is not there, expected the folder of a run
 dashboard --fleet --state nothing                     | no fleet was served from it: start `isthmus serve`
+runs s3://x                                         | 'FOLDER': got 's3://x', expected a path of this machine
 runs notes.txt                                        | notes.txt: is a file, expected the folder of a run
 runs --remove nothing                                 | run folder runs/nothing: not found, or not a run
 runs --remove .                                       | run folder .: not found, or not a run (no job.json)

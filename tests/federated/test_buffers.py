@@ -215,7 +215,7 @@ def test_clients_together_may_have_constants_and_no_running_means(tmp_path: Path
     assert torch.allclose(*(run.server.values["model"] for run in runs), rtol=1e-5, atol=1e-9)
     columns = {name: column[:3] for name, column in population().clients[0].items()}
     assert best_clients_per_vmap(Resident(_Sized()), columns) == 1
-    with pytest.raises(UserError, match=r"clients_per_vmap: got some .* each client would have buffers of its own"):
+    with pytest.raises(UserError, match=r"model: got running statistics .* each client would have buffers of its own"):
         Run("fedavg", {}, tmp_path, rounds=1, clients_per_vmap=4, clients_per_size=3, model=_Sized).run()
 
 

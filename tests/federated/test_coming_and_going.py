@@ -102,6 +102,19 @@ def committed(out: list[Asked]) -> dict[str, list[int]]:
     return {name: [t.client for t in timed] for name, timed in record.trained.items()}
 
 
+def test_a_device_that_cannot_train_ends_no_run_while_another_is_on_its_way() -> None:
+    rules = RoundRules(rounds=1, needed=2, gathering=ExecutorChurn(start=1, wait_s=5.0))
+    machine = Asking((), rules, np.array([10, 20]), lambda r: np.arange(2), ThroughputModel(0, window_rounds=5))
+    seen = Observation(offers=frozenset("ab"), starting=frozenset("ab"))
+    machine.looked(seen)
+    for device, ends in (("a", False), ("b", True)):
+        machine.joined(device)
+        machine.failed(device, "engine 'jax'", "user")
+        machine.looked(seen)
+        assert machine.over == ends
+    assert machine.finish is not None and (machine.finish.outcome, machine.finish.reason) == ("failed", "engine 'jax'")
+
+
 def test_the_first_round_begins_when_enough_are_here() -> None:
     sites = Sites(start=2)
     assert sites.join("c") == []

@@ -287,7 +287,7 @@ def test_an_algorithm_that_draws_trains_one_by_one() -> None:
         TrainingTask(algorithm=NoisyRows(), local=LOCAL, seed=0), module(), population(per_size=2), None
     )
     site.open(PhaseSetup(phase=PhaseId(0), clients=2, samples=6), {"model": site.resident.vector()})
-    with pytest.raises(UserError, match="clients_per_vmap: got some of the algorithm beside"):
+    with pytest.raises(UserError, match=r"federated\.algorithm: got random numbers beside"):
         site.train([ClientTask(0, 3), ClientTask(1, 3)])
 
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from isthmus.api.serving_fleet import Serving
 
 
-def local_path(text: str) -> Path:
+def local_path(text: str | Path) -> Path:
     """Return the path of an option that is written to. BadParameter, which names the option, for the address of a
     remote store."""
     try:
-        check_is_local("", text)
+        check_is_local("", str(text))
     except UserError as e:
         raise typer.BadParameter(str(e).removeprefix(": ")) from None
     return Path(text)

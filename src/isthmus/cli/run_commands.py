@@ -256,7 +256,9 @@ def serve_model(
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of runs, or a run's.")] = Path("runs"),
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", parser=local_path, help="A folder of runs, or a run's.")
+    ] = Path("runs"),
     remove: Annotated[
         list[Path] | None, typer.Option("--remove", metavar="RUN", help="Remove this run's folder; repeatable.")
     ] = None,

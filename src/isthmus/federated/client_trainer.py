@@ -128,7 +128,8 @@ class ClientTrainer:
             self._counts = self.resident.counts(few)
             self.resident.uneven = self._is_uneven(columns)
         if shapes and (self._draws or changed):
-            raise refused("random numbers" if self._draws else "running statistics", "clients together", "some")
+            what = "random numbers" if self._draws else "running statistics"
+            raise refused(what, "clients together", what)
         for rows, samples in shapes:
             one = {name: column[:1] for name, column in columns.items()}
             several = {name: c.expand(rows, samples, *c.shape[1:]).clone() for name, c in one.items()}
@@ -238,9 +239,9 @@ class ClientTrainer:
             self._compared.add(self._phase_id.number)
             alone = self._update_of(tasks[0], None if states is None else {n: v[0].clone() for n, v in states.items()})
             if self._draws:
-                raise refused("random numbers", "clients together", "some of the algorithm")
+                raise refused("random numbers", "clients together", "random numbers", "federated.algorithm")
             if any(is_buffer(name) for name in alone.values):
-                raise refused("running statistics", "clients together", "some")
+                raise refused("running statistics", "clients together", "running statistics")
             self._pacer.begin()
         local = StackedLocal(
             self._stacked,

@@ -601,7 +601,8 @@ class Rounds(Policy[RoundPort], Session):
     def lost(self, loss: Loss) -> None:
         executor, reason = loss.device, loss.reason
         self.connected.discard(executor)
-        if loss.cause == "job" and not (self._has_sites or (self._calls_devices and self.connected)):
+        others = self._calls_devices and (self.connected or self._missing - {executor})
+        if loss.cause == "job" and not (self._has_sites or others):
             self._end("failed", reason)
             return
         if self._calls_devices:
