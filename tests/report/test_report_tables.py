@@ -128,6 +128,10 @@ def test_a_plan_says_what_a_newcomer_needs(plan: Plan, fleet: Fleet) -> None:
     assert "lisbon-0 holds the embedding." in text and "operators" not in text and "FusionLLM" not in text
     left_out = msgspec.structs.replace(plan, notes=("lima is left out: it is slow", "rome is left out: no memory"))
     assert "Not used: lima, rome." in render(plan_table(left_out, fleet))
+    many = msgspec.structs.replace(plan, notes=tuple(f"d{k} is left out: it is slow" for k in range(1500)))
+    assert "Not used: d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11 and 1,488 more." in " ".join(
+        render(plan_table(many, fleet)).split()
+    )
 
 
 def test_a_plan_says_that_there_are_replicas(fleet: Fleet, plan: Plan) -> None:

@@ -271,11 +271,13 @@ def _lines(plan: PlanSummary) -> list[str]:
         lines.append(f"{proof_text(plan.certificate)}.")
     left_out = [note.partition(LEFT_OUT)[0] for note in plan.notes if LEFT_OUT in note]
     if left_out:
-        lines.append(f"Not used: {', '.join(left_out)}.")
+        more = f" and {len(left_out) - MOST_NAMED:,} more" if len(left_out) > MOST_NAMED else ""
+        lines.append(f"Not used: {', '.join(left_out[:MOST_NAMED])}{more}.")
     bounds_and_left_out = (ANY_PLAN, LEFT_OUT)
     return [*lines, *(note for note in noted(plan) if not any(said in note for said in bounds_and_left_out))]
 
 
+MOST_NAMED = 12  # devices that are not used
 NOT_IN_THE_SEARCH = (
     "data holders, labels stay: without yes, such a job is refused; price: without yes, time is minimised; "
     "compression: without yes, messages are packed once the plan is found; ?: not declared"
