@@ -42,6 +42,7 @@ class StageSeconds:
         used = len(figures.edges) - 1 if reading.one_only else len(question.fleet.names)
         self.classes = classes = DeviceClasses(question, relaxation.states, used)
         self.labels_from = reading.labels_from
+        self._sums_s = dict[tuple[int, int, int], Floats]()
         self._allowed: Bools = np.array([figures.allowed] * len(classes.speed))
         for op, position in reading.position.items() if question.constraints.lacking else ():
             lacking = classes.lacks(reading.by_name[op].target)
@@ -129,6 +130,11 @@ class StageSeconds:
             hierarchical   two rounds of a k-th part between regions; but for one device of each region, the whole
                            to another one and back besides
         """
+        if (fewest, most, cuts) not in self._sums_s:
+            self._sums_s[fewest, most, cuts] = self._sum_s(fewest, most, cuts)
+        return self._sums_s[fewest, most, cuts]
+
+    def _sum_s(self, fewest: int, most: int, cuts: int) -> Floats:
         elements, classes = self._summed, self.classes
         group = FLOAT32_BYTES * np.floor(elements / (1 + cuts))
         regions = min(most, len(set().union(*classes.regions)))
