@@ -153,6 +153,25 @@ def test_classifiers_trained_together_have_the_micro_batches_of_one_by_one(weigh
         assert torch.allclose(found, each, rtol=1e-6, atol=1e-7)
 
 
+class Branching(Classifier):
+    """It branches on numbers, as models of transformers do for their masks."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(x, labels) if torch.arange(3).sum().item() == 3 else x.sum()
+
+
+def test_a_model_that_cannot_be_written_down_is_trained_together_as_it_is() -> None:
+    torch.manual_seed(0)
+    resident = Resident(Branching(None))
+    weights = resident.vector() + torch.randn(3, resident.size)
+    batch = {"x": torch.randn(3, 5, 4), "labels": torch.randint(0, 3, (3, 5))}
+    one_by_one = (resident.gradient(own, {n: c[i] for n, c in batch.items()}) for i, own in enumerate(weights))
+    each = torch.stack([gradient.clone() for gradient in one_by_one])
+    stacked = Stacked(resident)
+    stacked.trace(weights, batch)
+    assert torch.allclose(stacked.gradient(weights, batch), each, rtol=1e-6, atol=1e-7)
+
+
 def test_micro_batches_of_clients_trained_together_in_bfloat16_are_added_up_in_float32() -> None:
     torch.manual_seed(0)
     resident = Resident(Classifier(None), computes=torch.bfloat16)

@@ -185,11 +185,15 @@ class Stacked:
         return self._untraced(list(batch)) if self._calls[shapes] < HOT else self.trace(weights, batch)
 
     def trace(self, weights: Tensor, batch: Batch) -> Operation:
-        """Write down the operators for these shapes now."""
-        shapes = self._shapes(weights, batch)
-        given = [*self._resident.views(weights), *batch.values()]
-        self._traced[shapes] = written_down(self._untraced(list(batch)), given)
-        return self._traced[shapes]
+        """Write down the operators for these shapes now. What looks at numbers, as masks of transformers, cannot be."""
+        act, given = self._untraced(list(batch)), [*self._resident.views(weights), *batch.values()]
+        try:
+            found = written_down(act, given)
+        except RuntimeError:
+            found = act
+            act(*given)  # whose error it is, if it is not one of writing down
+        self._traced[self._shapes(weights, batch)] = found
+        return found
 
     def _shapes(self, weights: Tensor, batch: Batch) -> Shapes:
         return self._resident.uneven, weights.shape, *(column.shape for column in batch.values())
