@@ -80,7 +80,7 @@ from isthmus.simulator.run import check_faults
 from isthmus.trace import Span, Trace, steady_step_s
 from isthmus.training.checkpoint import CheckpointWriter, read_manifest
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
-from isthmus.units import format_bandwidth, format_duration, format_share, format_size
+from isthmus.units import format_bandwidth, format_count, format_duration, format_share, format_size
 
 PLANNING_S = 2.0
 """From the loss of a pipeline's device until there is a plan for the others, and their processes are connected: as
@@ -364,6 +364,11 @@ def overruns(ended_s: Mapping[str, Sequence[float]], step_s: Mapping[str, float]
     return found
 
 
+def _merges(merges: int, late: int) -> str:
+    came = f"{format_count(late, 'contribution')} came too late, and counted in a later one"
+    return f"{format_count(merges, 'merge')}; {came}"
+
+
 def _heldout(job: Job) -> Dataset:
     """The merger measures the held-out loss: it has the whole model."""
     try:
@@ -452,8 +457,7 @@ class _Watch:
         over = f", {more:,} more than asked: replicas train on until the last merge" if more > 0 else ""
         since = outcome.samples - self._run.machine.begun.samples
         self._watch.noted(f"{since:,} samples in {format_duration(outcome.seconds)}{over}")
-        late = f"{outcome.late} contributions came too late, and counted in a later one"
-        self._watch.noted(f"{outcome.merges} merges; {late}")
+        self._watch.noted(_merges(outcome.merges, outcome.late))
         self._watch.noted(
             f"changes: {format_size(traffic.received_bytes)} received, {format_size(traffic.sent_bytes)} sent, "
             f"{traffic.plain_bytes / max(1, changes_bytes):.1f} times fewer than as float32; "
@@ -502,7 +506,7 @@ class DecoupledForecast(StruckRun, frozen=True, kw_only=True):
             *([self.note] if self.note else []),
             *self.struck_lines(),
             f"steps: {steps}",
-            f"{len(run.merges)} merges; {run.late} contributions came too late, and counted in a later one",
+            _merges(len(run.merges), run.late),
             f"devices computed {100 * run.used:.1f} % of the time that they were there",
             f"{run.useful_samples:,.0f} samples merged, {100 * self.goodput:.1f} % of what is possible without faults",
             self.concluded(format_duration(run.seconds)),
