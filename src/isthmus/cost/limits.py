@@ -94,26 +94,28 @@ def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[Memo
     period = times.bottleneck[0]
     most = times.steps * problem.micro_batches
     hiding = [math.ceil(r / period) + times.steps if period else most for r in times.round_trips_s]
+    hiding[-1] = 1
     if times.apart_s:
         late_s = [a or b for a, b in zip(times.apart_s, times.backward_s, strict=True)]
         hiding = [h + (math.ceil(times.fill_s / late) if late else 0) for h, late in zip(hiding, late_s, strict=True)]
 
-    def limits(part: float) -> tuple[int, ...]:
-        wanted = [*(math.ceil(part * h) for h in hiding[:-1]), hiding[-1] if times.apart_s else 1]
-        found = [min(max(c, h), most) for c, h in zip(classic, wanted, strict=True)]
+    if times.apart_s:
+        parts: tuple[float, ...] = (1,)
+    elif times.steps > 1 or len(times.stages_of) < len(times.devices) or problem.constraints.copied:
+        parts = (2,)
+    else:
+        parts = (1, 1.5, 2, most)
+    choices = dict[tuple[int, ...], None]()
+    for part in parts:
+        wanted = [*(math.ceil(part * h) for h in hiding[:-1]), hiding[-1]]
+        found = [min(max(c, w), most) for c, w in zip(classic, wanted, strict=True)]
         for stages in times.stages_of.values():
             _fit(found, stages, times.round_trips_s, rooms)
-        return tuple(found)
-
-    if times.apart_s:
-        return limits(1)
-    if times.steps > 1 or len(times.stages_of) < len(times.devices) or problem.constraints.copied:
-        return limits(2)
-    choices = dict.fromkeys(map(limits, (1, 1.5, 2, most)))
+        choices[tuple(found)] = None
     if len(choices) == 1:
-        return limits(1)
+        return next(iter(choices))
     steps_s = {held: times.steady_s(held, problem.micro_batches) for held in choices}
-    return next(held for held in choices if steps_s[held] <= min(steps_s.values()) * A_LITTLE)
+    return next(held for held, step_s in steps_s.items() if step_s <= min(steps_s.values()) * A_LITTLE)
 
 
 def _fit(found: list[int], stages: Sequence[int], round_trips_s: Sequence[float], rooms: Sequence[MemoryRoom]) -> None:
