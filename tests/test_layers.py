@@ -85,7 +85,7 @@ PUBLIC = {
         "ANY_PLAN Averages CHOICES Certificate Collective Compression CompressionConfig Constraints "
         "Edge LackingOperators Objective OuterOptimizer OwnSamples Packing Plan PlanPeriod Prediction Replica "
         "ReplicaSync SCHEDULES Schedule SharedParameter Stage StageMemory SyncGroup "
-        "SyncIteration SyncPlan SyncWorker classic_in_flight is_of_any_plan load_plan "
+        "SyncIteration SyncPlan SyncWorker bounded_plans classic_in_flight load_plan "
         "question_in_words save_plan schedule_of"
     ),
     "planners": (

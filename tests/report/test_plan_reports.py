@@ -24,6 +24,7 @@ from isthmus.report import (
     explain,
     explanation_text,
     improvements,
+    linked_devices,
     least_headroom,
     plan_table,
     ranked,
@@ -125,6 +126,12 @@ def test_devices_that_are_equally_slow_are_sped_up_together() -> None:
     plan = build_plan(asked, ["d0", "d1", "d2"], [4, 8], planner="hand")
     found = {change.what: change.saved for change in improvements(asked, plan)}
     assert found["d0 and d1 twice as fast, together"] > 0.4 > 0.1 > found["d0 twice as fast"]
+
+
+def test_a_link_that_a_plan_uses_in_both_directions_is_one() -> None:
+    asked = problem(fleet([100.0, 300.0]))
+    plan = build_plan(asked, ["d0", "d1", "d0"], [4, 8], planner="hand")
+    assert linked_devices(plan) == [("d0", "d1")]
 
 
 def test_an_uplink_and_memory_that_hold_a_plan_up_are_named() -> None:

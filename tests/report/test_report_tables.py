@@ -167,6 +167,10 @@ def test_a_proof_in_words() -> None:
     assert certificate_text(certificate).startswith(f"{found}. Bounded: the time of a step of any plan: any")
     proven = msgspec.structs.replace(certificate, gap=0.0)
     assert proof_text(proven) == f"{none} is faster: this is proven"
+    ends = Constraints(data_holders=("d0",), labels_stay=True)
+    asked = question_in_words(ends, [4], priced=False, period=1, recompute=True)
+    both = msgspec.structs.replace(proven, question=asked)
+    assert proof_text(both) == f"{none} or both ends on one is faster: this is proven"
     far = msgspec.structs.replace(certificate, gap=7.383)
     assert proof_text(far) == f"{none} can be faster than 1 s; this one takes 8.38 s (8.4 times)"
     priced = question_in_words(Constraints(objective="cost"), [4], priced=True, period=1, recompute=True)

@@ -42,7 +42,7 @@ from isthmus.planners import (
     scheduled,
 )
 from isthmus.planners import plan as make_plan
-from isthmus.plans import Certificate, Plan, PlanPeriod, Replica, load_plan, schedule_of
+from isthmus.plans import Certificate, Plan, PlanPeriod, Replica, bounded_plans, load_plan, schedule_of
 from isthmus.protocol import RunSpec
 from isthmus.report import (
     ComparedPlan,
@@ -95,10 +95,12 @@ class Proving(NamedTuple):
         """The highest that is proven of what any plan takes, up to what a known plan does."""
         start_s, seconds = time.monotonic(), self.seconds
 
+        whose = bounded_plans(asked_in_words(question))
+
         def tell(progress: ProofProgress) -> None:
             if seconds is not None:
                 gap, spent = f"{reached / progress.bound - 1:.1%}", format_duration(time.monotonic() - start_s)
-                found = f"at most {gap} above the best plan with one stage per device after {spent}"
+                found = f"at most {gap} above the best {whose} after {spent}"
                 self.observer.note(f"{found}; distinguished: {progress.distinguished}")
 
         def ended() -> bool:

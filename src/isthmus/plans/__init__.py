@@ -8,7 +8,7 @@ from isthmus.plans.constraints import (
     LackingOperators,
     Objective,
     OwnSamples,
-    is_of_any_plan,
+    bounded_plans,
     question_in_words,
 )
 from isthmus.plans.exchanges import OuterOptimizer
@@ -61,8 +61,8 @@ __all__ = [
     "SyncIteration",
     "SyncPlan",
     "SyncWorker",
+    "bounded_plans",
     "classic_in_flight",
-    "is_of_any_plan",
     "load_plan",
     "question_in_words",
     "save_plan",

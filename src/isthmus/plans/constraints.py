@@ -141,11 +141,15 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 ANY_PLAN = "of any plan"
+ONE_EACH = "one stage on each"
+ENDS_TOGETHER = f"{ONE_EACH}, but that the last may be on the device of the first"
 
 
-def is_of_any_plan(question: str) -> bool:
-    """True if a bound holds for all plans that the job allows, not only for those of one planner."""
-    return f" {ANY_PLAN}:" in question
+def bounded_plans(question: str) -> str:
+    """Return which plans a bound holds for, in a few words."""
+    if f" {ANY_PLAN}:" not in question:
+        return "plan of this planner's kind"
+    return f"plan with one stage per device{' or both ends on one' if ENDS_TOGETHER in question else ''}"
 
 
 def question_in_words(
@@ -176,10 +180,9 @@ def question_in_words(
         conditions.append(f"messages packed by {constraints.compression}")
     if not recompute:
         conditions.append("no recomputing")
-    again = ", but that the last may be on the device of the first" if constraints.labels_stay else ""
     return (
         f"the {'price' if priced else 'time'} of a step {ANY_PLAN}: any number of replicas, any devices in any order, "
-        f"one stage on each{again}, any cuts and any shares of the batch, {', '.join(conditions)}"
+        f"{ENDS_TOGETHER if constraints.labels_stay else ONE_EACH}, any cuts and any shares of the batch, {', '.join(conditions)}"
     )
 
 

@@ -135,16 +135,15 @@ def _better(problem: Problem, plan: Plan) -> Iterator[tuple[str, Problem]]:
 
 def linked_devices(plan: Plan) -> list[tuple[str, str]]:
     """Pairs of devices that exchange something, each once."""
-    found: dict[tuple[str, str], None] = {}
+    pairs: list[tuple[str, str]] = []
     for replica in plan.replicas:
         names = [stage.device for stage in replica.stages]
         ends = [(e.source, e.target) for e in replica.edges]
         ends += [(p.owner, user) for p in replica.shared for user in p.users]
-        pairs = ((names[min(pair)], names[max(pair)]) for pair in ends)
-        found.update(dict.fromkeys((a, b) for a, b in pairs if a != b and (b, a) not in found))
+        pairs += ((names[min(pair)], names[max(pair)]) for pair in ends)
     for group in plan.sync.groups:
-        found.update(dict.fromkeys(itertools.combinations(group.devices, 2)))
-    return list(found)
+        pairs += itertools.combinations(group.devices, 2)
+    return list({frozenset(pair): pair for pair in reversed(pairs) if pair[0] != pair[1]}.values())[::-1]
 
 
 def _alternatives(problem: Problem, plan: Plan, name: str) -> Iterator[tuple[str, list[PlanLayout]]]:

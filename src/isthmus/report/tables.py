@@ -14,7 +14,7 @@ from rich.text import Text
 
 from isthmus.fleet import Device, Fleet, Link
 from isthmus.graph import OpGraph
-from isthmus.plans import ANY_PLAN, Certificate, Plan, PlanPeriod, Prediction, Stage, is_of_any_plan
+from isthmus.plans import ANY_PLAN, Certificate, Plan, PlanPeriod, Prediction, Stage, bounded_plans
 from isthmus.protocol.step_failures import MemoryPeak
 from isthmus.report.summary import (
     ComparisonSummary,
@@ -156,7 +156,7 @@ def asked(question: str) -> str:
 def proof_text(certificate: Certificate) -> str:
     """For a reader who knows no bounds."""
     costs = certificate.objective == "cost"
-    whose = "plan with one stage per device" if is_of_any_plan(certificate.question) else "plan of this planner's kind"
+    whose = bounded_plans(certificate.question)
     if certificate.gap == 0:
         return f"No {whose} is {'cheaper' if costs else 'faster'}: this is proven"
     takes = certificate.lower_bound * (1 + certificate.gap)
