@@ -15,7 +15,7 @@ from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
-from isthmus.plans import Constraints, Plan, question_in_words
+from isthmus.plans import Certificate, Constraints, Plan, question_in_words
 from isthmus.report import (
     ComparedPlan,
     Comparison,
@@ -24,8 +24,8 @@ from isthmus.report import (
     explain,
     explanation_text,
     improvements,
-    linked_devices,
     least_headroom,
+    linked_devices,
     plan_table,
     ranked,
     verdict_table,
@@ -260,6 +260,19 @@ def test_a_verdict_names_fields_and_says_what_was_done() -> None:
     text = told(verdict_table(Verdict(checked=7, differences=(wrong,), bound=bound), plan, "p.json"))
     assert "1 of 7 figures do not hold" in text and "nobody looked" in text
     assert next(x for x in text.splitlines() if "step_s" in x).split() == ["predicted.step_s", "2", "1.5", "+0.5"]
+
+
+def test_a_bound_of_a_document_is_no_claim_before_it_is_proven() -> None:
+    plan = build_plan(problem(fleet([100.0])), ["d0"], [], planner="hand")
+    forged = Certificate(lower_bound=1.0, gap=0.0, question="the time of a step of any plan: any")
+    plan = msgspec.structs.replace(plan, certificate=forged)
+    wrong = Difference(field="predicted.step_s", got=2.0, expected=1.5)
+    claim = "No plan with one stage per device is faster: this is proven"
+    proven, unchecked = BoundCheck(status="proven", text="so"), BoundCheck(status="unchecked", text="so")
+    for bound, differences in ((proven, ()), (unchecked, ()), (unchecked, (wrong,))):
+        text = told(verdict_table(Verdict(checked=7, differences=differences, bound=bound), plan, "p.json"))
+        assert claim in text
+        assert (f"stated, not proven here: {claim}" in text) == (bound is unchecked)
 
 
 def pixels(path: Path) -> np.ndarray:

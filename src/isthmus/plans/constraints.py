@@ -180,9 +180,10 @@ def question_in_words(
         conditions.append(f"messages packed by {constraints.compression}")
     if not recompute:
         conditions.append("no recomputing")
+    each = ENDS_TOGETHER if constraints.labels_stay else ONE_EACH
     return (
         f"the {'price' if priced else 'time'} of a step {ANY_PLAN}: any number of replicas, any devices in any order, "
-        f"{ENDS_TOGETHER if constraints.labels_stay else ONE_EACH}, any cuts and any shares of the batch, {', '.join(conditions)}"
+        f"{each}, any cuts and any shares of the batch, {', '.join(conditions)}"
     )
 
 

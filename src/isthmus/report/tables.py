@@ -173,7 +173,8 @@ def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:
     if verdict.bound.status == "unchecked":
         bound.append("A bound that was not checked is no pass; --bound-unchecked passes it.")
     if plan.certificate is not None:
-        bound.insert(0, certificate_text(plan.certificate))
+        proven = verdict.bound.status == "proven" and not verdict.differences
+        bound.insert(0, f"{'' if proven else 'stated, not proven here: '}{certificate_text(plan.certificate)}")
     if not verdict.differences:
         return Text("\n".join([f"{source}: all {verdict.checked} figures hold ({words})", *bound]))
     table = new_table(("field", "document", "computed", "by"))
