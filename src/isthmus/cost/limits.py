@@ -12,6 +12,7 @@ from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import PipelineTime
 from isthmus.plans import classic_in_flight
 
+MOST_TIMED = 512  # micro-batches of a step by which choices are compared: more take seconds, and differ by less
 A_LITTLE = 1.001  # times the shortest step, that fewer in flight may take
 
 
@@ -114,7 +115,7 @@ def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[Memo
         choices[tuple(found)] = None
     if len(choices) == 1:
         return next(iter(choices))
-    steps_s = {held: times.steady_s(held, problem.micro_batches) for held in choices}
+    steps_s = {held: times.steady_s(held, min(problem.micro_batches, MOST_TIMED)) for held in choices}
     return next(held for held, step_s in steps_s.items() if step_s <= min(steps_s.values()) * A_LITTLE)
 
 
