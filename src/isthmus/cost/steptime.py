@@ -145,8 +145,8 @@ class PipelineTime:
     def step_s(self, micro_batches: int, period_s: float | None = None) -> float:
         period = self.bottleneck[0] if period_s is None else period_s
         if self.steps > 1:
-            alone_s = (micro_batches - 1) * self.bottleneck[0] + max(self.round_trips_s) + self.shared_s
-            return max(micro_batches * period, alone_s / self.steps)
+            alone_s, busy_s = np.array(max(self.round_trips_s) + self.shared_s), np.array(self.bottleneck[0])
+            return float(kernel.overlapping_step_s(alone_s, busy_s, np.array(period), micro_batches))
         return kernel.step_s(self.fill_s, period, micro_batches) + self.shared_s
 
     def eq3_step_s(self, micro_batches: int) -> float:

@@ -92,14 +92,18 @@ class Decision:
         divided: one of them has two stages or more. `any_will_do` ends with the first divided ones."""
         batch = self.question.micro_batches
         enough = np.zeros((2, len(self._states)), dtype=bool)
-        if not self._possible(limit_s, -(-batch // replicas[1]), work, replicas).any():  # one has so many
+        first = -(-batch // replicas[1])  # one has so many
+        possible = {first: self._possible(limit_s, first, work, replicas)}
+        if not possible[first].any():
             return enough
         capacity = limit_s * (1 + ROUNDING) * (self._states @ self.classes.speed) / max(self.whole_flops, 1.0)
         completed = np.minimum(np.floor(capacity), batch - 1)
         for counts in _finer(batch):
             for count in counts:
-                possible = self._possible(limit_s, count, work, replicas)
-                completed[~possible] = np.minimum(completed[~possible], count - 1)
+                if count not in possible:
+                    possible[count] = self._possible(limit_s, count, work, replicas)
+                never = ~possible[count]
+                completed[never] = np.minimum(completed[never], count - 1)
             enough = self._enough(completed, work, replicas, any_will_do)
             if not enough.any():
                 break
